@@ -54,8 +54,8 @@ def report(
 
     Args:
         runs: run folders; several are drawn into the same charts.
-        output: file to write; by default `report.html` in the first run's folder. Older rollouts are put into a folder
-            beside it, which is named like the file without `.html`.
+        output: file to write; by default `report.html`, in the run's folder, or of several runs in the current one.
+            Older rollouts are put into a folder beside it, which is named like the file without `.html`.
         single: put all rollouts into the file.
         predict: simulate the runs with another split of the devices and another lag bound, which takes seconds to
             minutes, and show what is predicted. It is kept in the run's folder, for later pages.
@@ -65,7 +65,7 @@ def report(
 
     if not runs:
         raise SettingsError("no run was given: give the folder of a run, such as runs/NAME")
-    output = output or runs[0] / "report.html"
+    output = output or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     if predict:
         from monarch_rl.report.predict import write_prediction
 

@@ -62,6 +62,8 @@ def test_known_keys_are_removed_wherever_they_stand(key: str) -> None:
         (f"MY_SECRET: '{HEX}'; PassPhrase='x'", f"MY_SECRET: '{REDACTED}'; PassPhrase='{REDACTED}'"),
         (f"openaiApiKey: '{HEX}'", f"openaiApiKey: '{REDACTED}'"),
         ("postgres://me:hunter2@host/db", f"postgres://{REDACTED}@host/db"),
+        ("redis://:hunter2@host", f"redis://{REDACTED}@host"),
+        ("Authorization: Bearer abcdef0123456789abcdef", f"Authorization: Bearer {REDACTED}"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nrest", f"{REDACTED}\nrest"),
     ],
 )
@@ -125,6 +127,9 @@ def test_values_of_variables_that_are_keys_are_removed_wherever_they_stand() -> 
     secrets = secrets_in(environment)
     assert secrets == [f"own-{ALNUM}", "an unusual, short one"]
     assert secrets_in({"SIGNING_PRIVATE_KEY": "the first line\nthe second\n==\n"}) == ["the first line", "the second"]
+    for value in ("123456789:AAE-abc/Def+ghi=", "Zm9v/YmFyYmF6", "hf_abcdefghijKLMNOP"):
+        assert secrets_in({"MY_TOKEN": value, "BOT_KEYS": value}) == [value]
+    assert not secrets_in({"SSH_KEY": "~/.ssh/id_rsa1", "SORT_KEY": "two words", "MAX_TOKEN": "10000000"})
     secrets += secrets_in({"DB_PASSWORD": 'q"u\u00e9\\ 123'})
     text = f"MODEL=qwen-{ALNUM}; an unusual, short one: own-{ALNUM}, question"
     assert redact(text, secrets) == f"MODEL=qwen-{ALNUM}; {REDACTED}: {REDACTED}, question"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from monarch_rl.errors import SettingsError
-from monarch_rl.report.page import make_page, write_page
+from monarch_rl.report.page import MOST_GROUPS, make_page, write_page
 from monarch_rl.report.read import read_run
 from tests.patience import run
 from tests.report.synthetic import episode, write_run
@@ -56,6 +56,30 @@ def test_held_out_sets_do_not_share_groups_even_where_episodes_failed(tmp_path: 
     groups = data_of(make_page([record]).html)["runs"][0]["groups"]
     found = [(group["set"], group["kinds"], group["episodes"]) for group in groups]
     assert sorted(found) == [(name, [kind], 2) for name in ("easy", "hard") for kind in ("failed", "held_out")]
+
+
+def test_the_page_of_very_many_groups_is_bounded_and_says_so(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run", steps=5))
+    (row,) = [one for one in record.episodes if one["kind"] == "held_out"]
+    more = [row | {"group": -10 - n, "prompt": f"{n} ".rjust(300, "x")} for n in range(20_000)]
+    record.episodes = [*more, *record.episodes]
+    page = make_page([record])
+    run = data_of(page.html)["runs"][0]
+    assert len(page.html) < 2_000_000 and len(run["groups"]) == MOST_GROUPS
+    assert run["groups"][0]["group"] == record.episodes[-1]["group"], "the newest are left out"
+    assert any("newest 5,000 of 20," in note for note in run["notes"])
+
+
+def test_lanes_share_the_time_in_which_the_run_existed(tmp_path: Path) -> None:
+    """Not the hour before its resume."""
+    record = read_run(write_run(tmp_path / "run", steps=5))
+    record.spans = [
+        {"lane": lane, "kind": "work", "what": "update", "from": begin, "to": begin + seconds}
+        for begin in (0.0, 3700.0)
+        for lane, seconds in (("a", 100.0), ("b", 50.0))
+    ]
+    lanes = data_of(make_page([record]).html)["runs"][0]["lanes"]
+    assert [(lane["lane"], lane["shares"]["work"]) for lane in lanes] == [("a", 1.0), ("b", 0.5)]
 
 
 def test_no_tag_of_a_run_is_in_the_page(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ SHORTEST = 8
 _KNOWN = re.compile(
     r"""
     -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
-    | (?<= :// ) [^\s/:@'"]+ : [^\s/@'"]+ (?= @ )  # name and password in a URL
+    | (?<= :// ) [^\s/:@'"]* : [^\s/@'"]+ (?= @ )  # name and password in a URL
+    | (?<= [Bb]earer\  ) (?= [^\s"'0-9]{0,200} [0-9] ) [A-Za-z0-9_.~+/=-]{16,}
     | (?<! [A-Za-z0-9] ) (?:
         sk-[A-Za-z0-9_-]{0,40}? (?= [A-Za-z_]{0,40}[0-9] ) [A-Za-z0-9_]{16,} [A-Za-z0-9_-]*  # OpenAI, Anthropic, ...
       | hf_[A-Za-z0-9]{20,}
@@ -33,7 +34,9 @@ _KNOWN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Keys that are recognised by their form."""
-_BEGINNINGS = re.compile(r"-----BEGIN |://|sk-|hf_|gh[oprsu]_|github_pat_|glpat-|AKIA|ASIA|AIza|xox|wandb_v1_|eyJ")
+_BEGINNINGS = re.compile(
+    r"-----BEGIN |://|earer |sk-|hf_|gh[oprsu]_|github_pat_|glpat-|AKIA|ASIA|AIza|xox|wandb_v1_|eyJ"
+)
 """What :data:`_KNOWN` begins with: few lines of output have it, and only those are worth the search."""
 _NAME = re.compile(
     r"(?:^|[^A-Za-z0-9]|(?<=[a-z0-9])(?=[A-Z]))"
@@ -45,6 +48,10 @@ _CERTAIN = re.compile(
     r"|passphrase)$"
 )
 """Names of which every text is one; others (``eos_token``, ``sort_key``) may have values without any secret."""
+_KEYS = re.compile(r"(?i)_(?:keys|pat|pass|credentials?)$")
+"""Names of further variables of the environment, of which no other mapping has any."""
+_PLAIN = re.compile(r"[A-Za-z]?[a-z]*(?:[ _-][a-z]+)*|[0-9]{1,9}")
+"""Words, and numbers that may be a setting."""
 _RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_.+=-]{16,}")
 _ASSIGNED = re.compile(
     r"""(?<![A-Za-z0-9_.-])(?P<name>[A-Za-z0-9_.-]{1,100})(?P<sign>["']?\s*[:=]\s*)"""
@@ -54,7 +61,9 @@ _ASSIGNED = re.compile(
 _WORDS = ("key", "token", "secret", "passw", "passphrase")
 """What the names of :data:`_NAME` contain: as :data:`_BEGINNINGS`."""
 _KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
-_KEY_LINE = re.compile(r"\s*(?:[A-Za-z0-9+/=]{1,76}|-----END [A-Z ]*PRIVATE KEY-----)\s*")
+_KEY_LINE = re.compile(
+    r"\s*(?:[A-Za-z0-9+/=]{0,76}|(?:Proc-Type|DEK-Info): [\w,-]+|-----END [A-Z ]*PRIVATE KEY-----)\s*"
+)
 """The first line of a private key, and the others."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A string in a line of JSON."""
@@ -82,7 +91,7 @@ def redact_line(line: str, secrets: Iterable[str], in_key: bool) -> tuple[str, b
         The line, and ``in_key`` for the next one.
     """
     if in_key and _KEY_LINE.fullmatch(line):
-        return REDACTED, "-" not in line
+        return REDACTED, "-----END " not in line
     at = line.rfind("-----BEGIN ")
     begins = at >= 0 and _KEY_BEGINS.match(line, at) is not None and "-----END " not in line[at:]
     return redact(line, secrets), begins
@@ -91,7 +100,7 @@ def redact_line(line: str, secrets: Iterable[str], in_key: bool) -> tuple[str, b
 def secrets_in(environment: Mapping[str, str]) -> list[str]:
     """Lines of the values of variables whose names tell that they are keys, longest first. Short ones, which may be in
     any text, are left out."""
-    values = [value for name, value in environment.items() if _is_secret(name, value)]
+    values = [value for name, value in environment.items() if _is_secret(name, value) or _may_be_key(name, value)]
     found = {line for value in values for line in value.splitlines() if len(line) >= SHORTEST}
     return sorted(found, key=len, reverse=True)
 
@@ -159,6 +168,12 @@ def _is_secret(name: str, value: str) -> bool:
     if not _names_key(name) or not value or value == REDACTED or value.startswith(_PLACEHOLDERS):
         return False
     return _CERTAIN.search(name) is not None or _is_random(value)
+
+
+def _may_be_key(name: str, value: str) -> bool:
+    """Whether a variable of the environment may hold a key: by its name, if the value is no path and no words."""
+    named = _names_key(name) or _KEYS.search(name) is not None
+    return named and not value.startswith(("/", "~", ".")) and _PLAIN.fullmatch(value) is None
 
 
 def _names_key(name: str) -> bool:

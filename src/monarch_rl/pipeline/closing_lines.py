@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,20 +39,21 @@ def closing_lines(
         steps: steps made in all, without the supervised ones.
         model: folder of the model that was saved at the end, if one was.
     """
+    run, recipe = shlex.quote(str(folder)), shlex.quote(sys.argv[0])
     ending = read_ending(folder / FILE, s.evaluation.best)
     done = f"{steps} step{'s' * (steps != 1)} in {duration(ending.newest.get('seconds', 0.0))}"
     lines = {"done": "; ".join([done, *_held_out(ending, warm_up_steps)])}
     lines["files"] = f"{'metrics, rollouts and the model' if model else 'metrics and rollouts'} are in {folder}"
-    lines["look"] = f"monarch-rl view {folder}"
+    lines["look"] = f"monarch-rl view {run}"
     if "tensorboard" in s.track:
-        lines["curves"] = f"tensorboard --logdir {folder}"
-    lines["table"] = f"monarch-rl convert {folder} --to csv"
+        lines["curves"] = f"tensorboard --logdir {run}"
+    lines["table"] = f"monarch-rl convert {run} --to csv"
     checkpoint = bool(complete(folder / CHECKPOINTS))
     if model or checkpoint:
-        lines["model"] = f"python tools/export.py {folder} OUT"
-        lines["evaluate"] = f"python tools/evaluate.py {folder} --task {sys.argv[0]}"
+        lines["model"] = f"python tools/export.py {run} OUT"
+        lines["evaluate"] = f"python tools/evaluate.py {run} --task {recipe}"
     if checkpoint:
-        lines["resume"] = f"the same command with --resume {folder} --steps {2 * s.steps}"
+        lines["resume"] = f"the same command with --resume {run} --steps {2 * s.steps}"
     width = max(map(len, lines)) + 2
     return [f"{name + ':':{width}}{text}" for name, text in lines.items()]
 
@@ -92,7 +94,7 @@ def page_lines(folder: Path, limit_s: float = PAGE_S) -> list[str]:
     run's own end.
     """
     program = [sys.executable, "-m", "monarch_rl.report.at_end", str(folder)]
-    later = f"monarch-rl report {folder}"
+    run = shlex.quote(str(folder))
     try:
         writing = subprocess.Popen(
             program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -106,8 +108,8 @@ def page_lines(folder: Path, limit_s: float = PAGE_S) -> list[str]:
             raise OSError(errors.strip().splitlines()[-1] if errors.strip() else writing.returncode)
         found = json.loads(output)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
-        return [f"page:     not written ({error}); later: {later}"]
-    problem = [f"problem:  {found['problem']} monarch-rl diagnose {folder}"] if found["problem"] else []
+        return [f"page:     not written ({error}); later: monarch-rl report {run}"]
+    problem = [f"problem:  {found['problem']} monarch-rl diagnose {run}"] if found["problem"] else []
     return [f"page:     {found['page']}", *problem]
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import socket
 import sys
 import threading
 import time
@@ -143,6 +144,7 @@ def _begin_description(
         "held_out": earlier.get("held_out"),
         "attempts": [*earlier.get("attempts", ()), attempt],
         "changed": redact_values(changed),
+        "hosts": [{"name": socket.gethostname()}],  # until the machine is described
         "device": device,
     }
     note_state(folder, "running", goes_on=True, more=given)
@@ -157,8 +159,9 @@ _description = threading.Thread()
 
 
 def _describe_run(folder: Path) -> None:
+    _write(folder, {"hosts": [machine.describe()]})
     path = provenance.recipe()
-    described: dict[str, Any] = {"recipe": None, "hosts": [machine.describe()]}
+    described: dict[str, Any] = {"recipe": None}
     if path is not None:
         try:
             described["recipe"], text = provenance.read_recipe(path)
@@ -197,7 +200,10 @@ async def note_hosts(folder: Path, monitors: Sequence[ProcessMonitor]) -> None:
 
     found = [one for one in others if not isinstance(one, BaseException)]
     if found:
-        await on_disk(CALL_DEADLINE_S, f"{folder / STATE}", _add_hosts, folder, found)
+        try:
+            await on_disk(CALL_DEADLINE_S, f"{folder / STATE}", _add_hosts, folder, found)
+        except OSError as error:
+            logger.warning("%s does not name all machines: %s", folder / STATE, last_line(error))
 
 
 def _add_hosts(folder: Path, others: list[dict[str, Any]]) -> None:

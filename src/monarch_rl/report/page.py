@@ -37,8 +37,12 @@ PAGE_BYTES = 2_000_000
 """Bytes of a page that a run's newest group may fill."""
 PIECE_BYTES = 8_000_000
 """Bytes of lines after which a piece ends; a larger group is a piece of its own."""
+MOST_GROUPS = 5000
+"""Groups of all runs of a page, each of which is listed in the page itself."""
 OTHER_POINTS = 400
 """Points of a metric that is on no chart of the first screen."""
+GAP_S = 60.0
+"""Seconds without any span after which the run counts as not running."""
 SPANS = 20_000
 """The newest spans of the timeline in the page."""
 DEFLATED = 4
@@ -160,7 +164,14 @@ def make_page(
         reload_s: seconds after which the page reloads itself if a run is running; 0: never.
         pieces_at: folder of the pieces, relative to the page.
     """
-    grouped = [_groups(run.episodes, number) for number, run in enumerate(runs)]
+    most = MOST_GROUPS // max(1, len(runs))
+    grouped = list[list[_Group]]()
+    for number, record in enumerate(runs):
+        groups = _groups(record.episodes, number)
+        if len(groups) > most:
+            newest = f"only the newest {most:,} of {len(groups):,} groups of rollouts are shown"
+            record.notes.append(f"{record.folder}: {newest}")
+        grouped.append(groups[:most])
     described = [
         _run(run, len(runs)) | {"groups": [_summary(name, rows) for name, rows in groups]}
         for run, groups in zip(runs, grouped, strict=True)
@@ -443,13 +454,16 @@ def _lags(episodes: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def _lanes(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per lane, the shares of its time that it worked, and waited for each other actor."""
+    """Per lane, the shares of the recorded time that it worked, and waited for each other actor. Gaps in which no lane
+    has anything, as before a resume, do not count."""
     lanes: dict[str, dict[str, float]] = {}
-    begin = min((span["from"] for span in spans), default=0.0)
-    end = max((span["to"] for span in spans), default=0.0)
-    for span in spans:
+    whole, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: float(span["from"])):
+        gap = span["from"] - until
+        whole += max(0.0, span["to"] - (span["from"] if gap > GAP_S else until))
+        until = max(until, span["to"])
         shares = lanes.setdefault(span["lane"], {})
         what = "work" if span.get("kind") == "work" else f"wait: {span.get('on') or span.get('what')}"
         shares[what] = shares.get(what, 0.0) + max(0.0, span["to"] - span["from"])
-    whole = max(end - begin, 1e-9)
+    whole = max(whole, 1e-9)
     return [{"lane": lane, "shares": {what: s / whole for what, s in shares.items()}} for lane, shares in lanes.items()]

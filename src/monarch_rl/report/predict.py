@@ -15,6 +15,7 @@ from typing import Any
 from monarch_rl.checkpoint.folders import write_whole
 from monarch_rl.errors import SettingsError
 from monarch_rl.report.page import PREDICTION
+from monarch_rl.report.read import is_run
 from monarch_rl.simulate.fit import read_run
 from monarch_rl.simulate.run import Plan, predict
 from monarch_rl.simulate.search import with_lag
@@ -31,8 +32,10 @@ def write_prediction(folder: Path) -> None:
     the run was matters little.
 
     Raises:
-        SettingsError: the file cannot be written.
+        SettingsError: the folder holds no run, or the file cannot be written.
     """
+    if not is_run(folder):
+        raise SettingsError(f"{folder} holds no run: give a run's folder")
     found: dict[str, Any] = {"format": 1, "made": time.time()}
     try:
         measured = read_run(folder)

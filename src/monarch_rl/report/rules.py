@@ -1,7 +1,7 @@
 """The rules of the diagnosis: each looks for one reason why a run learns little, and says what to change.
 
-A rule is a pure function of the :class:`Evidence` of a run. Thresholds were chosen on half of the runs of
-``benchmarks/diagnose.py``, and hold on the other half.
+A rule is a pure function of the :class:`Evidence` of a run. Thresholds were chosen on runs of
+``benchmarks/diagnose.py``, and hold on others that were recorded afterwards.
 """
 
 from __future__ import annotations

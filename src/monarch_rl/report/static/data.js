@@ -45,7 +45,7 @@ function addPiece(number) {
   if (!pieces.has(number)) pieces.set(number, new Promise(resolve => {
     waitingFor.set(number, resolve);
     const script = document.createElement("script");
-    script.src = `${DATA.pieces_at}/${String(number).padStart(3, "0")}.js`;
+    script.src = `${DATA.pieces_at.split("/").map(encodeURIComponent).join("/")}/${String(number).padStart(3, "0")}.js`;
     script.onerror = () => resolve(false);
     script.onload = () => { if (waitingFor.delete(number)) resolve(false); }; // damaged: it has not called __piece
     document.head.append(script);

@@ -64,7 +64,9 @@ async function start() {
   addEventListener("afterprint", () => setPrinting(false));
   let resized = 0;
   addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { if (STATE.screen !== "rollouts") show(); }, 200); });
-  if (DATA.reload_s) setInterval(() => { if (!document.hidden && !/^(INPUT|SELECT)$/.test(document.activeElement.tagName)) location.reload(); }, 1000 * DATA.reload_s);
+  // Not while something is searched or selected, which a reload would undo.
+  const inUse = () => /^(INPUT|SELECT)$/.test(document.activeElement.tagName) || (STATE.screen === "rollouts" && STATE.text) || String(getSelection());
+  if (DATA.reload_s) setInterval(() => { if (!document.hidden && !inUse()) location.reload(); }, 1000 * DATA.reload_s);
   globalThis.ready = performance.now() - began;
 }
 start().catch(error => {

@@ -18,7 +18,10 @@ function showRollouts(main) {
   main.append(make("div", {class: "bar"}, select("kind", "every kind", all("kinds")), select("task", "every task", all("task")),
     select("finish", "every end", all("finish")), input("step", "step: 5 or 5-9"), input("least", "reward ≥"), input("text", "text of the prompt (/)", "filter"),
     make("button", {title: "search also the answers, of all groups: their files are loaded", onclick: async () => {
-      for (const group of groups) await rowsOf(group);
+      for (const group of groups) {
+        await rowsOf(group);
+        if (!list.isConnected) return; // another screen or run was chosen meanwhile
+      }
       fill();
     }}, "search answers"), make("span", {class: "dim", id: "count"})), make("div", {class: "split"}, list, detail));
   fill();
@@ -30,7 +33,7 @@ function fillList(list, detail) {
   visible = currentRun().groups.filter(group =>
     (!STATE.kind || group.kinds.includes(STATE.kind)) && (!STATE.task || group.task === STATE.task) &&
     (!STATE.finish || group.finish.includes(STATE.finish)) &&
-    (!STATE.step || (group.step >= from && group.step <= (STATE.step.includes("-") ? to || Infinity : from))) &&
+    (!STATE.step || (group.step !== null && group.step >= from && group.step <= (STATE.step.includes("-") ? to || Infinity : from))) &&
     (!STATE.least || (group.best !== null && group.best >= +STATE.least)) &&
     (!words || group.prompt.toLowerCase().includes(words) || (loaded.get(group.name) ?? []).some(row => said(row).includes(JSON.stringify(words).slice(1, -1)))));
   document.getElementById("count").textContent = `${visible.length} of ${currentRun().groups.length} groups`;
