@@ -166,7 +166,8 @@ def test_a_stopped_process_is_named_and_killed(
 ) -> None:
     """Also if the controller cannot inspect it: then another process on its machine does, and kills it."""
     if machine == "another machine":
-        monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
+        for module in ("runtime.machine", "runtime.cluster", "watch.process_poller"):
+            monkeypatch.setattr(f"monarch_rl.{module}.own_id", lambda: "the controller's")
         monkeypatch.delattr("monarch_rl.runtime.monitor.stacks_of")
         monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
@@ -272,7 +273,8 @@ def test_a_replaced_process_is_ended_even_if_it_does_not_answer(
 ) -> None:
     """It must release its device for the process that replaces it."""
     if machine == "another machine":
-        monkeypatch.setattr("monarch_rl.runtime.monitor.machine", lambda: "the controller's")
+        for module in ("runtime.machine", "runtime.cluster", "watch.process_poller"):
+            monkeypatch.setattr(f"monarch_rl.{module}.own_id", lambda: "the controller's")
         monkeypatch.delattr("monarch_rl.runtime.monitor.kill")
 
     async def test() -> None:
