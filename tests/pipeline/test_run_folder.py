@@ -130,13 +130,13 @@ class Monitor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.machine_id = SimpleNamespace(call_one=self._id)
+        self.report = SimpleNamespace(call_one=self._report)
         self.describe_machine = SimpleNamespace(call_one=self._describe)
 
-    async def _id(self) -> str:
+    async def _report(self) -> SimpleNamespace:
         if not self._name:
             raise RuntimeError("its process is lost")
-        return self._name
+        return SimpleNamespace(machine=self._name)
 
     async def _describe(self) -> dict[str, str]:
         return {"name": self._name}

@@ -104,10 +104,10 @@ def recording_state(
     """
     global _run_of_this_process
     _run_of_this_process = folder
-    describing = _begin_description(folder, name, resumed_from, changed, device)
+    _begin_description(folder, name, resumed_from, changed, device)
 
     def ended(state: str, cause: str = "", goes_on: bool = False) -> None:
-        describing.join(DESCRIBED_S)
+        _description.join(DESCRIBED_S)
         note_state(folder, state, cause, goes_on, {"ended": time.time()} | _results(folder, best))
 
     try:
@@ -127,9 +127,9 @@ def recording_state(
 
 def _begin_description(
     folder: Path, name: str, resumed_from: Path | None, changed: Mapping[str, Sequence[Any]], device: str
-) -> threading.Thread:
-    """Write ``run.json`` for a start or a resume. Its slower parts (git, GPUs) follow on the returned thread, so that
-    the first step does not wait for them."""
+) -> None:
+    """Write ``run.json`` for a start or a resume. Its slower parts (git, GPUs) follow on a thread, so that the first
+    step does not wait for them."""
     earlier, command, now = recorded(folder), provenance.command(), time.time()
     attempt = {"started": now, "command": command, "resumed_from": str(resumed_from) if resumed_from else None}
     given = {
@@ -151,7 +151,6 @@ def _begin_description(
     global _description
     _description = threading.Thread(target=_describe_run, args=(folder,), name="describe-run", daemon=True)
     _description.start()
-    return _description
 
 
 _description = threading.Thread()
@@ -182,20 +181,20 @@ async def note_hosts(folder: Path, monitors: Sequence[ProcessMonitor]) -> None:
         monitors: of the run's processes.
     """
     calls = [
-        within(MACHINE_S, monitor.machine_id.call_one(), "a process to name its machine", on="Monarch")
+        within(MACHINE_S, monitor.report.call_one(), "a process to name its machine", on="Monarch")
         for monitor in monitors
     ]
-    names = await asyncio.gather(*calls, return_exceptions=True)  # waits: each call has a deadline
+    reports = await asyncio.gather(*calls, return_exceptions=True)  # waits: each call has a deadline
     one_of_each = dict[str, ProcessMonitor]()
-    for name, monitor in zip(names, monitors, strict=True):
-        if not isinstance(name, BaseException) and name != machine.own_id():
-            one_of_each.setdefault(name, monitor)
+    for report, monitor in zip(reports, monitors, strict=True):
+        if not isinstance(report, BaseException) and report.machine != machine.own_id():
+            one_of_each.setdefault(report.machine, monitor)
     describing = [
         within(MACHINE_S, monitor.describe_machine.call_one(), "a machine to describe itself", on="Monarch")
         for monitor in one_of_each.values()
     ]
     others = await asyncio.gather(*describing, return_exceptions=True)  # waits: as above
-    for error in (one for one in [*names, *others] if isinstance(one, BaseException)):
+    for error in (one for one in [*reports, *others] if isinstance(one, BaseException)):
         logger.warning("a machine may be missing in %s: %s", folder / STATE, last_line(error))
 
     found = [one for one in others if not isinstance(one, BaseException)]
@@ -235,7 +234,7 @@ def restarting_after_loss(restarts: int) -> Iterator[None]:
         run = _run_of_this_process
         if run is None or _restarted_by_others():
             raise
-        if not decide(ending_of(error), checkpoint=newest_checkpoint(run), limit=restarts).restart:
+        if not may_be_restarted(run, ending_of(error) is Ending.LOST, restarts):
             raise
         traceback.print_exc()
         end_relay()  # the restarted program has its own

@@ -120,11 +120,6 @@ class ProcessMonitor(AnswersCalls, Actor):
         return own_spans(cut_s)
 
     @concurrent_endpoint
-    async def machine_id(self) -> str:
-        """The id of this machine: see :func:`~monarch_rl.runtime.machine.own_id`."""
-        return machine.own_id()
-
-    @concurrent_endpoint
     async def describe_machine(self) -> dict[str, Any]:
         """Describe this machine; starts nvidia-smi."""
         return await asyncio.to_thread(machine.describe)
